@@ -361,3 +361,34 @@ def test_the_page_on_your_data_leads_from_a_table_to_a_table(
     assert [bool(row["error"]) for row in rows] == [False, False, True]
     assert rows[0]["answer"] and rows[1]["answer"] and not rows[2]["answer"]
     assert [row["custom_id"] for row in read_lines(tmp_path / "again.jsonl")] == ["a"]
+
+
+def test_the_page_on_your_data_finds_the_lines_with_errors(
+    run: Door, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those without an id of their own, which are named by their numbers."""
+    monkeypatch.chdir(tmp_path)
+    good = b'{"custom_id": "good", "messages": [{"role": "user", "content": "x"}]}\n'
+    bad = [
+        b'\xef\xbb\xbf{"custom_id": "mark", "messages": 1}\n',
+        b'{"custom_id": "half", "mess\n',
+        b'{"messages": 1}\n',
+        b'{"custom_id": 7, "prompt": "x"}\n',
+        b'{"custom_id": ["list"], "messages": 1}\n',
+        b'{"custom_id": "%s", "messages": 1}\n' % (b"x" * 1025),
+        b'{"custom_id": "twice", "prompt": "x", "prompt": "y"}\n',
+        b'{"custom_id": "\xff", "prompt": "x"}\n',
+        b'{"custom_id": "\x85\xff"}\n',
+        b"[1]\r\n",
+        b"7\n",
+        b"[" * 100_000 + b"\n",
+        b'{"custom_id": "end"}',
+    ]
+    Path("requests.jsonl").write_bytes(b"\n" + good + b"\n".join(bad))
+    answer = run(chat_model, "-i", "requests.jsonl", "-o", "answers.jsonl")
+    assert answer.code == EXIT_DONE, answer.err
+    names = dict[str, object](json=json)
+    for _, body in BLOCK.findall(PAGE.read_text()):
+        if body.startswith("answers =") or "again" in body:
+            exec(body, names)
+    assert Path("again.jsonl").read_bytes() == b"".join(bad)

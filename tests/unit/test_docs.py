@@ -24,7 +24,11 @@ import pytest
 from bench.planner import which_model
 from bench.sweep import page as results_page
 from flexgen_h2o.cli import VERBS
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, packed_bytes
+from flexgen_h2o.models.load import find_spec
+from flexgen_h2o.planner.parts import CARDS
 from scripts import flag_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -324,3 +328,15 @@ def test_prompts_per_night_are_of_the_stored_lines() -> None:
             assert shown == [nights[(model, *place)] for place in places], model
     for hardware in which_model.OWNED.values():
         assert f"`{hardware}`" in owned
+    sizes = re.findall(r"^\| ([\w.-]+) \| ([\d.]+) GB \| ([\d.]+) GB \|$", by_ram, re.MULTILINE)
+    organisations = {name.rpartition("/")[2]: name for name in which_model.MODELS}
+    assert {model for model, _, _ in sizes} == set(re.findall(r"^\| ([\w.]+-[\w.-]+) ", page, re.M))
+    for model, download, copy in sizes:
+        spec = find_spec(organisations[model], None)
+        packed = packed_bytes(spec, Policy(compress_weight=True), 2)
+        assert [download, copy] == [f"{checkpoint_bytes(spec, 2) / 1e9:.1f}", f"{packed / 1e9:.1f}"]
+
+
+def test_the_page_on_plans_has_the_memory_of_each_gpu() -> None:
+    page = (ROOT / "docs" / "reference" / "commands" / "plan.md").read_text()
+    assert ", ".join(f"`{name}` {card.gib:g}" for name, card in CARDS.items()) + ";" in page
