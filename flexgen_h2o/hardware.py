@@ -99,6 +99,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
+    from flexgen_h2o.engine.report import MEASURED_BUSY
     from flexgen_h2o.planner.measure.run import measure, store
 
     promise = [
@@ -116,6 +117,8 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
     took = time.monotonic() - began
     if not PROMISED_S[0] <= took <= PROMISED_S[1]:
         _say(f"took {format_seconds(took)}, not the {PROMISED} that were promised")
+    if profile.was_disturbed:
+        _say(MEASURED_BUSY)
     if args.machine is not None:
         profile = replace(profile, machine=args.machine)
     if args.output is not None:
