@@ -99,7 +99,6 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
-    from flexgen_h2o.engine.report import MEASURED_BUSY
     from flexgen_h2o.planner.measure.run import measure, store
 
     promise = [
@@ -118,7 +117,8 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
     if not PROMISED_S[0] <= took <= PROMISED_S[1]:
         _say(f"took {format_seconds(took)}, not the {PROMISED} that were promised")
     if profile.was_disturbed:
-        _say(MEASURED_BUSY)
+        (note,) = profile.notes.values()
+        _say(f"{note}: run flexgen-h2o hardware again when the machine is quiet")
     if args.machine is not None:
         profile = replace(profile, machine=args.machine)
     if args.output is not None:
