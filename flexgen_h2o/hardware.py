@@ -116,6 +116,9 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
     took = time.monotonic() - began
     if not PROMISED_S[0] <= took <= PROMISED_S[1]:
         _say(f"took {format_seconds(took)}, not the {PROMISED} that were promised")
+    if profile.was_disturbed:
+        (note,) = profile.notes.values()
+        _say(f"{note}: run flexgen-h2o hardware again when the machine is quiet")
     if args.machine is not None:
         profile = replace(profile, machine=args.machine)
     if args.output is not None:

@@ -534,13 +534,13 @@ class LLM:
     def predict_run(self, sequences: abc.Sequence[Sequence]) -> Prediction | None:
         """Return the predicted cost of these sequences on the open engine.
 
-        It assumes that no sequence joins another block and that none ends early. Return None if no
-        engine is open, or if `Planner.predict` returns None.
+        It assumes that none ends before its own limit, and that the next sequence then takes its
+        place. Return None if no engine is open, or if `Planner.predict_limits` returns None.
         """
         engine = self._engine
         if engine is None:
             return None
-        return self.planner.predict(self._asked(sequences), engine.policy, engine.plan)
+        return self.planner.predict_limits(self._asked(sequences), engine.policy, engine.plan)
 
     def check_fit(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.

@@ -557,9 +557,9 @@ def _with_details(answer: SearchResult) -> SearchResult:
     reads = disk_reads(space, policy)
     return replace(
         answer,
-        s_per_gib=sensitivity(space, policy),
+        s_per_gib=sensitivity(space, answer.plan),
         disk_read_bytes=reads,
-        more=worth_more(space, reads) if answer.searched else None,
+        more=worth_more(space, reads, answer.plan.seconds) if answer.searched else None,
         faster=_faster(answer) if answer.searched else None,
     )
 

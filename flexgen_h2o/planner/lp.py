@@ -12,7 +12,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import product
 from operator import attrgetter
@@ -24,7 +24,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import GIB, format_seconds
+from flexgen_h2o.core.units import GIB, counted, format_seconds
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.planner.cost_model import LANES, RESOURCES, CostModel, Machine
@@ -76,7 +76,9 @@ class SearchProgress:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._began = self._said = time.monotonic()
+        # Of the first candidate: the machine may be measured before it.
+        self._began: float | None = None
+        self._said = 0.0
         self._count = 0
         self._wait_s = FIRST_LINE_S
 
@@ -84,11 +86,13 @@ class SearchProgress:
         interrupts.check()
         self._count += 1
         now = time.monotonic()
+        if self._began is None:
+            self._began = self._said = now
         if now - self._said < self._wait_s:
             return
         took = format_seconds(now - self._began)
         begins = "still searching" if self._wait_s > FIRST_LINE_S else LONG_SEARCH
-        self._say(f"{begins}: {self._count} candidates in {took}")
+        self._say(f"{begins}: {counted(self._count, 'candidate')} in {took}")
         self._said = now
         self._wait_s = min(2 * self._wait_s, LAST_LINE_S)
 
@@ -202,12 +206,10 @@ class Candidate:
     # Lower bound in seconds: no placement runs the workload faster. `search.bounded` sets it.
     bound_s: float = 0.0
     # Six shares from 0 to 1 of the LP's placement, in the order of `percent`. `solve` sets this and
-    # the next two fields.
+    # the next field.
     shares: Sequence[float] = ()
     # Seconds of one block with these shares, as the LP counts.
     block_s: float = math.inf
-    # By tier with a budget, the seconds per block that one GiB more saves.
-    gain_s_per_gib: Mapping[str, float] = field(default_factory=dict)
     # Seconds of the workload with these shares. `search` sets it.
     seconds: float = math.inf
 
@@ -306,7 +308,6 @@ def solve(
         candidate,
         shares=shares,
         block_s=sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES),
-        gain_s_per_gib={tier: -program.price(f"memory_{tier}") for tier in limits},
     )
 
 
@@ -366,12 +367,6 @@ class _Program:
         if hasattr(self.problem, "add_variable"):  # PuLP 3.3 and newer; PuLP 4 has no other way
             return self.problem.add_variable(name, 0, most)
         return pulp.LpVariable(name, 0, most)
-
-    def price(self, name: str) -> float:
-        """Return by how much the objective grows per unit of a constraint's limit, once solved."""
-        if isinstance(self.problem.constraints, dict):  # before PuLP 4
-            return self.problem.constraints[name].pi or 0.0
-        return self.problem.get_constraint_by_name(name).pi or 0.0
 
     def solved_shares(self) -> list[float] | None:
         """Solve the program and return the six shares; None without a solution.

@@ -141,7 +141,7 @@ class Planner:
             except (DoesNotFitError, UsageError) as error:
                 _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
                 return plan.policy
-            plan = search(replace(space, machine=self._machine))
+            plan = search(replace(space, machine=self._machine, check=SearchProgress(_say)))
         return plan.policy
 
     @property
@@ -272,6 +272,17 @@ class Planner:
         blocks = self._shapes(rows, policy, need.common)
         return self.predict_blocks(policy, need, plan, blocks, most)
 
+    def predict_limits(
+        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
+    ) -> Prediction | None:
+        """Return the cost of the run as `answer` counts it: by each sequence's own limit.
+
+        The result is None as that of `predict`.
+        """
+        if self.part.pipeline is not None or not self.can_predict:
+            return None
+        return self._own_limits(rows, policy, plan)
+
     def answer(
         self,
         rows: abc.Sequence[Sequence],
@@ -287,27 +298,12 @@ class Planner:
         """
         self.check_dtype()
         policy = planned.policy
-        need = self._need(rows, planned.policy)
-        blocks = self._shapes(rows, policy, need.common)
-        prediction = self.predict_blocks(policy, need, planned.memory, blocks, MAX_SIMULATED)
-        new_tokens = sum(row.max_new for row in rows)
+        need = self._need(rows, policy)
+        prediction = self._own_limits(rows, policy, planned.memory)
         # How many sequences of the job each of these stands for.
         times = max(1.0, self.job_rows / len(rows))
-        # If all sequences had the most new tokens, decoding would take all predicted sweeps.
-        share = {
-            "prefill": times,
-            "decode": times * new_tokens / (len(rows) * need.gen_len),
-        }
-        prediction = replace(
-            prediction,
-            new_tokens=round(times * new_tokens),
-            prefill_s=share["prefill"] * prediction.prefill_s,
-            decode_s=share["decode"] * prediction.decode_s,
-            busy={
-                phase: {name: share[phase] * seconds for name, seconds in busy.items()}
-                for phase, busy in prediction.busy.items()
-            },
-        )
+        new_tokens = round(times * prediction.new_tokens)
+        plan = replace(planned, predicted=prediction.scaled(times, times, new_tokens))
         need = replace(need, rows=max(need.rows, self.job_rows))
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.fed_ids), row.max_new) for row in rows}
@@ -315,11 +311,22 @@ class Planner:
             space,
             self.part.eviction.to_json(),
             isinstance(asked, AutoPolicy),
-            replace(planned, predicted=prediction),
+            plan,
             is_even=len(sizes) == 1,
             disk_read_bytes=disk_reads(space, policy),
-            s_per_gib=sensitivity(space, policy),
+            s_per_gib=sensitivity(space, plan),
         )
+
+    def _own_limits(
+        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
+    ) -> Prediction:
+        """Return the cost of these sequences if a finished one gives its place to the next."""
+        need = self._need(rows, policy)
+        blocks = self._shapes(rows, policy, need.common)
+        most = self.predict_blocks(policy, need, plan, blocks, MAX_SIMULATED)
+        new_tokens = sum(row.max_new for row in rows)
+        # If all sequences had the most new tokens, decoding would take all predicted sweeps.
+        return most.scaled(1.0, new_tokens / (len(rows) * need.gen_len), new_tokens)
 
     def predict_blocks(
         self,

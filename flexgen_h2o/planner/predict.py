@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,6 +72,11 @@ class Prediction:
         """Generated tokens per second of both phases, as FlexGen counts."""
         return self.new_tokens / self.total_s
 
+    @property
+    def waits_s(self) -> float:
+        """Seconds in which the device computes nothing."""
+        return max(0.0, self.total_s - sum(b["device_compute"] for b in self.busy.values()))
+
     def binds(self, phase: str) -> str:
         """Return the resource that works longest in a phase."""
         return max(RESOURCES, key=lambda name: self.busy[phase][name])
@@ -80,6 +85,23 @@ class Prediction:
     def bound_by(self) -> str:
         """Resource that binds the longer phase."""
         return self.binds("decode" if self.decode_s > self.prefill_s else "prefill")
+
+    def scaled(self, prefill: float, decode: float, new_tokens: int) -> Prediction:
+        """Return the prediction with all seconds of each phase times a factor.
+
+        new_tokens: those that all sequences generate together in these seconds.
+        """
+        factors = {"prefill": prefill, "decode": decode}
+        return replace(
+            self,
+            prefill_s=prefill * self.prefill_s,
+            decode_s=decode * self.decode_s,
+            new_tokens=new_tokens,
+            busy={
+                phase: {name: factors[phase] * seconds for name, seconds in busy.items()}
+                for phase, busy in self.busy.items()
+            },
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the prediction as JSON values, without busy seconds."""

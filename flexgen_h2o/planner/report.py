@@ -48,8 +48,7 @@ BINDS = 0.8
 # Guesses of the sequences that balance computing and loading; each starts from the one before.
 GUESSES = 8
 NIGHT_HOURS = 10
-MIN_GAIN = 1e-4  # share of the whole time; a smaller gain is called nothing
-SMALL_GAIN = 1e-3  # share of the whole time; a smaller gain has two digits after the point
+MIN_GAIN = 0.01  # share of the whole time; a smaller gain is called nothing
 # Larger budgets in bytes, only of the tiers that get more, and the disk reads that are then left.
 More = tuple[Mapping[str, int], float]
 
@@ -76,7 +75,7 @@ class SearchResult:
     s_per_gib: Mapping[str, float] = field(default_factory=dict)
     # Bytes that the sweeps read from disk; 0 without a plan.
     disk_read_bytes: float = 0.0
-    # Slightly larger budgets that save most disk reads.
+    # Slightly larger budgets that save most disk reads, and time.
     more: More | None = None
     # A flag that lowers precision, and the seconds that the search predicts with it. None if these
     # are not fewer.
@@ -142,7 +141,12 @@ def _details(answer: SearchResult) -> dict[str, Any]:
         "workload": answer.workload,
         "dtype": space.machine.dtype,
         "device_is_host": space.machine.device_is_host,
-        "profile": {"machine": profile.machine, "date": profile.date, "source": profile.source},
+        "profile": {
+            "machine": profile.machine,
+            "date": profile.date,
+            "source": profile.source,
+            "was_disturbed": profile.was_disturbed,
+        },
         "budget_bytes": dict(space.budgets),
         "search_s": answer.seconds if answer.searched else None,
         "problem": answer.problem,
@@ -151,14 +155,12 @@ def _details(answer: SearchResult) -> dict[str, Any]:
     }
     if plan is None:
         return found
-    duals = answer.s_per_gib
+    gains = answer.s_per_gib
     memory = space.costs(plan.policy).memory
     return found | {
         "busy_s": {phase: dict(busy) for phase, busy in plan.prediction.busy.items()},
         "binds": {phase: plan.prediction.binds(phase) for phase in PHASES},
-        "gain_s_per_gib": {tier: duals[tier] for tier in answer.tiers if tier in duals} or None,
-        "gain_found_by": "duals" if duals else None,
-        "dual_s_per_gib": (dict(duals) or None) if answer.searched else None,
+        "gain_s_per_gib": {tier: gains[tier] for tier in answer.tiers if tier in gains} or None,
         "look_ahead": asdict(plan.memory.depth),
         "disk_read_bytes": answer.disk_read_bytes,
         "faster": None
@@ -186,7 +188,7 @@ def to_text(
     """
     plan = answer.plan
     assert plan is not None
-    took = f"found in {format_seconds(answer.seconds)}" if answer.seconds else "found"
+    took = f"found in a search of {format_seconds(answer.seconds)}" if answer.seconds else "found"
     policy = [f"plan, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
         policy += ["run it:", f"  {command}", "benchmark it:", f"  {benchmark}"]
@@ -307,7 +309,7 @@ def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
-        more = advice_on(answer.more) + (_saving(plan) if answer.more is not None else "")
+        more = advice_on(answer.more)
         need = answer.space.need
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
@@ -328,17 +330,6 @@ def advice_on(more: More | None) -> str:
         f"{shown_name(f'--{tier}-mem')} {nbytes // MIB}MiB" for tier, nbytes in budgets.items()
     )
     return f"; {needed} would cut disk reads to at most {format_bytes(reads)}"
-
-
-def _saving(plan: Plan) -> str:
-    """Return the remark that fewer disk reads save no time; "" if they do save time."""
-    binding = {
-        plan.prediction.binds(phase)
-        for phase in PHASES
-        if any(plan.prediction.busy[phase].values())
-    }
-    is_hidden = plan.policy.overlap and binding.isdisjoint(LANES)
-    return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
 
 def _seconds(answer: SearchResult, plan: Plan) -> Iterator[str]:
@@ -436,11 +427,10 @@ def _gains(answer: SearchResult, plan: Plan) -> Iterator[str]:
     total = plan.prediction.total_s
     said = []
     for tier, name in answer.tiers.items():
-        gain = min(total, answer.s_per_gib.get(tier, 0.0))
+        gain = answer.s_per_gib.get(tier, 0.0)
         share = gain / total if total else 0.0
-        percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
         said.append(
-            f"{name} {'nothing' if share < MIN_GAIN else f'{format_seconds(gain)} ({percent})'}"
+            f"{name} {'nothing' if share < MIN_GAIN else f'{format_seconds(gain)} ({share:.0%})'}"
         )
     yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes)"
 

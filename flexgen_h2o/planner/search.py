@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
+from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, less_margin, round_up
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.planner.cost_model import disk_read_bytes
@@ -73,6 +73,8 @@ DESCENT_STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
 # A larger budget is named if it is at most this many times the given one, and if it saves more than
 # half of the bytes that are read from disk.
 WORTH_MORE = 1.25
+# It must also run the workload in less than this share of its time.
+WORTH_A_HINT = 0.95
 # Of such larger budgets, the smallest is named that reads at most this many times the fewest bytes.
 NEARLY = 1.1
 
@@ -182,19 +184,28 @@ def _steps(space: SearchSpace, policy: Policy) -> int:
     return walked * policy.num_gpu_batches * min(space.need.gen_len, MAX_WALKED)
 
 
-def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
+def sensitivity(space: SearchSpace, plan: Plan) -> dict[str, float]:
     """Return the seconds that one GiB more saves the workload, by tier with a budget.
 
     The result is empty if the LP has no solution.
 
-    These are the duals of the LP at the policy's batch sizes and switches, times the blocks of the
-    workload. They are slopes for a little more memory, at the LP's own shares. They ignore larger
-    batches that more memory allows. A rounded policy may be bound by something else than the LP.
+    The LP is solved at the plan's batch sizes and switches, with its budgets and with one GiB more.
+    The share of the seconds that this saves is the plan's too. But memory saves only what the plan
+    waits, as computing takes as long as before. Larger batches that more memory allows are ignored.
     """
-    asked = Candidate(policy, space.deepest(policy) or SEQUENTIAL)
-    solved = fastest_shares(space, asked, space.budgets) or asked
-    blocks = _blocks(space, policy)
-    return {tier: max(0.0, dual) * blocks for tier, dual in solved.gain_s_per_gib.items()}
+    asked = Candidate(plan.policy, space.deepest(plan.policy) or SEQUENTIAL)
+    now = fastest_shares(space, asked, space.budgets)
+    if now is None or not now.block_s:
+        return {}
+    most = plan.prediction.waits_s
+    found = {}
+    for tier in TIERS:
+        budget = space.budgets.get(tier)
+        if budget is not None:
+            more = fastest_shares(space, asked, {**space.budgets, tier: budget + GIB}) or now
+            saved = plan.seconds * (1 - more.block_s / now.block_s)
+            found[tier] = max(0.0, min(saved, most))
+    return found
 
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
@@ -533,12 +544,14 @@ def _switches(space: SearchSpace, policy: Policy) -> str:
     return ", ".join(said)
 
 
-def worth_more(space: SearchSpace, reads: float) -> More | None:
+def worth_more(space: SearchSpace, reads: float, seconds: float = math.inf) -> More | None:
     """Return slightly larger budgets that more than halve the disk reads; None if there are none.
 
-    With them are the bytes that the workload then reads from disk at most.
+    With them are the bytes that the workload then reads from disk at most. The machine has that
+    much memory, and the workload takes less than WORTH_A_HINT of its time.
 
     reads: bytes that the workload reads from disk now.
+    seconds: predicted seconds of the workload now; infinite if they do not matter.
 
     If memory is just enough for one or two sequences, all weights are read for each of them. A few
     MiB more hold many sequences. A plan that reads more may be faster still, so the plan counts
@@ -547,6 +560,8 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
     found: list[More] = []
     if not reads:
         return None
+    profile = space.machine.profile
+    there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
     for (gbs, batches), (w, c, h) in product(
         space.block_sizes(), product(WHOLE[1:], WHOLE, WHOLE[:2])
     ):
@@ -554,7 +569,7 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
             held = _held(space, policy, (*w, *c, *h))
             more = {tier: round_up(nbytes, MIB) for tier, nbytes in _enough(space, held).items()}
             if more and all(
-                nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0)
+                nbytes <= min(WORTH_MORE * (space.budgets.get(tier) or 0), there[tier])
                 for tier, nbytes in more.items()
             ):
                 found.append((more, disk_reads(space, held.policy)))
@@ -565,5 +580,7 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
     budgets = min(enough, key=lambda more: sum(more.values()))
     larger = _with_budgets(space, budgets)
     plan = _fastest(larger)
-    fewer = reads if plan is None else disk_reads(larger, plan.policy)
+    if plan is None or plan.seconds >= WORTH_A_HINT * seconds:
+        return None
+    fewer = disk_reads(larger, plan.policy)
     return (budgets, fewer) if fewer < reads / 2 else None

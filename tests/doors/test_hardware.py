@@ -21,7 +21,11 @@ def hardware(command: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda flags: command(f"hardware {flags}")
 
 
-def test_measures_shows_writes_and_keeps(hardware: Door, tmp_path: Path) -> None:
+def test_measures_shows_writes_and_keeps(
+    hardware: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says once if the machine was busy."""
+    monkeypatch.setattr(measure, "watch_others", lambda: lambda with_disks: "half of the cores")
     flags = "--offload-dir o --device cpu"
     out = hardware(f"{flags} --output p.json --machine mine")
     assert out.code == 0, out.err
@@ -30,6 +34,7 @@ def test_measures_shows_writes_and_keeps(hardware: Door, tmp_path: Path) -> None
         all(line.startswith("hardware: ") for line in out.err.splitlines())
         and "compute in bfloat16" in out.err
     )
+    assert out.err.count("half of the cores: run flexgen-h2o hardware again") == 1
     profile = read_profile(tmp_path / "p.json")
     assert profile.machine == "mine" and profile.device_is_host
     (kept,) = (tmp_path / "cache" / "flexgen_h2o").iterdir()

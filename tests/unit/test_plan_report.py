@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.workload import workload_of
@@ -11,7 +13,7 @@ from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.profile import nominal_profile
+from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 from flexgen_h2o.planner.search import Plan, evaluate
 
@@ -59,11 +61,32 @@ def test_tables_say_what_the_plan_says() -> None:
     assert any(line.startswith("loaded ahead: 6 weight units, 4 KV units") for line in lines)
 
 
+@pytest.mark.parametrize(("gain", "said"), [(0.3, "nothing"), (2.4, "2.4 s (6%)"), (39, "(98%)")])
+def test_a_gain_below_a_percent_is_called_nothing(gain: float, said: str) -> None:
+    asked = question(Full())
+    plan = plan_of(asked, STREAMED)
+    plan = replace(plan, predicted=replace(plan.prediction, prefill_s=10.0, decode_s=30.0))
+    lines = lines_of(asked, plan, s_per_gib={"host": gain})
+    [line] = [line for line in lines if line.startswith("1 GiB more would save: ")]
+    assert said in line.partition("RAM ")[2].partition(", disk")[0]
+
+
+def test_a_profile_of_a_busy_machine_is_doubted_once() -> None:
+    asked = question(Full())
+    machine = asked.space.machine
+    notes = {"machine": f"{BUSY_NOTE} much"}
+    busy = replace(machine.profile, machine="here", source="measured", notes=notes)
+    asked = replace(asked, space=replace(asked.space, machine=replace(machine, profile=busy)))
+    plan = plan_of(asked, STREAMED)
+    assert sum("busy" in line for line in lines_of(asked, plan)) == 1
+    assert to_json(replace(asked, plan=plan))["details"]["profile"]["was_disturbed"] is True
+
+
 def test_object_tells_the_plan_or_why_there_is_none() -> None:
     asked = question(Full(), searched=True)
     found = to_json(replace(asked, plan=plan_of(asked, STREAMED), s_per_gib={"device": 1.5}))
     details = found["details"]
-    assert details["gain_s_per_gib"] == details["dual_s_per_gib"] == {"device": 1.5}
+    assert details["gain_s_per_gib"] == {"device": 1.5}
     held = sum(b["nbytes"] for b in details["buffers"] if b["tier"] == "device")
     assert held == found["predicted"]["peak_bytes"]["device"]
     nothing = to_json(replace(asked, problem="too small"))

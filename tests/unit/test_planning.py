@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.core.units import GIB
+from flexgen_h2o.core.units import GIB, format_seconds
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.sequence import Scoring, Sequence
 from flexgen_h2o.engine.workload import AutoPolicy, Workload, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.opening import opening_line
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile
@@ -181,4 +182,13 @@ def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
         even.plan.prediction.decode_s * 7 / 9, rel=0.05
     )
     assert even.plan.prediction.peak_bytes == report.peak_bytes
+    for answer, last in ((even, PARAMS), (uneven, replace(PARAMS, max_tokens=1))):
+        limits = [PARAMS, PARAMS, last]
+        rows = [Sequence(i, tuple(PROMPTS[i]), params=limits[i]) for i in range(3)]
+        assert answer.plan is not None
+        with tiny(tmp_path, policy, hardware=nominal_profile(True)) as llm:
+            llm.prepare(rows)
+            assert llm.predict_run(rows) == answer.plan.prediction
+            took = format_seconds(answer.plan.prediction.total_s)
+            assert f"; {took} (" in opening_line(llm, rows, 3)
     assert not (tmp_path / "weights").exists()

@@ -99,10 +99,7 @@ def measure(
         # While this process uses a disk nobody can tell what others do with it.
         others = taken(True)
         if others:
-            progress(
-                f"other work takes {others}: measuring takes longer, and rates come out too low, "
-                "until that has ended"
-            )
+            progress(f"other work takes {others}: measuring takes longer until that has ended")
         bench = Bench(opened, sizes or (HOST if opened.is_host else CARD))
         # Idle cores are slower at first.
         warm_cores(bench, getattr(torch, dtypes[0]))
@@ -122,9 +119,7 @@ def measure(
     others = taken(False) or others
     if not others:
         return profile
-    note = f"{BUSY_NOTE} {others}"
-    progress(f"{note}: run flexgen-h2o hardware again when the machine is quiet")
-    return replace(profile, notes={"machine": note})
+    return replace(profile, notes={"machine": f"{BUSY_NOTE} {others}"})
 
 
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:

@@ -29,10 +29,12 @@ from flexgen_h2o.planner.profile import Curve, nominal_profile
 from flexgen_h2o.planner.search import (
     bounded,
     candidates,
+    disk_reads,
     evaluate,
     search,
     sensitivity,
     tight_fit,
+    worth_more,
 )
 from tests.unit.planner.made_up import (
     BLOCKS,
@@ -81,7 +83,7 @@ def test_with_room_for_everything_everything_is_resident(is_host: bool, overlap:
     space = space_of(nominal(is_host), base=Policy(overlap=overlap))
     found = search(space)
     assert found.policy == Policy(NEED.rows, 1, RESIDENT, overlap=overlap)
-    assert sensitivity(space, found.policy) == pytest.approx(dict.fromkeys(TIERS, 0.0), abs=1e-9)
+    assert sensitivity(space, found) == pytest.approx(dict.fromkeys(TIERS, 0.0), abs=1e-9)
 
 
 def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
@@ -109,6 +111,40 @@ def test_more_ram_saves_reading_and_time() -> None:
     assert reads[0] > 0 and reads == sorted(reads, reverse=True) and reads[-1] == 0
     seconds = [plan.seconds for plan in found]
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("disk", [1e7, 1e9])
+@pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 2.0])
+def test_memory_saves_no_more_than_the_plan_takes_longer_than_one_in_memory(
+    disk: float, room: float
+) -> None:
+    """A GiB is far more than the model needs, and computing takes its time anyway."""
+    least = all_on_disk(NEED, True)["host"]
+    budgets = {**HUGE, "device": 0, "host": least + int(room * MIB)}
+    space = space_of(machine(True, disk_read_bytes_per_s=disk), budgets)
+    found = search(space)
+    resident = evaluate(space_of(space.machine), replace(found.policy, percent=RESIDENT))
+    gain = sensitivity(space, found)["host"]
+    assert gain <= 1.01 * (found.seconds - resident.seconds)
+    assert gain > 0.9 * (found.seconds - resident.seconds) or disk > 1e7
+
+
+def test_memory_is_proposed_only_if_the_machine_has_it_and_it_saves_time() -> None:
+    slow = machine(True, disk_read_bytes_per_s=1e7, host_mem_bytes=GIB)
+    least = all_on_disk(NEED, True)["host"]
+    space = space_of(slow, {**HUGE, "device": 0, "host": least})
+    found = search(space)
+    reads = disk_reads(space, found.policy)
+    more = worth_more(space, reads, found.seconds)
+    assert more is not None and least < more[0]["host"] < GIB // 2 and more[1] < reads / 2
+    faster = search(replace(space, budgets={**space.budgets, **more[0]})).seconds
+    assert worth_more(space, reads, 1.01 * faster) is None
+    for room in (more[0]["host"] - 1, least):
+        has = GIB // 2 + room  # half a GiB stays free
+        small = replace(slow, profile=replace(slow.profile, host_mem_bytes=has))
+        less = worth_more(replace(space, machine=small), reads, found.seconds)
+        assert less is None or least < less[0]["host"] <= room
+    assert less is None
 
 
 @pytest.mark.parametrize("compress", [(), ("compress_weight",)])
