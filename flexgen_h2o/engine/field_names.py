@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from flexgen_h2o.core.units import shortened
+
 # Other name -> the field with that meaning.
 SAME_FIELD = {
     **dict.fromkeys(
@@ -108,10 +110,25 @@ IDLE_VALUES: Mapping[str, object] = {
     "mirostat": 0,
 }
 DO_SAMPLE = "do_sample"
+# Short fields whose mistyped names are not read as columns of data, and ordinary words that are one
+# letter from them.
+_SHORT = ("stop", "seed", "echo", "suffix", "top_p", "top_k", "min_p")
+_WORDS = (
+    *("step", "shop", "slop", "stow", "stoop", "stomp", "strop", "sop"),
+    *("see", "seek", "seem", "seen", "seep", "seer", "send", "shed", "sled", "sped", "speed"),
+    *("steed", "eco"),
+)
+PROMPTS = ("messages", "prompt", "prompt_token_ids", "text")
+# Columns in which other programs have the prompt.
+_LIKE_PROMPTS = ("question", "query", "input", "inputs", "instruction", "content", "document")
+_LIKE_MESSAGES = ("conversation", "conversations", "dialog", "dialogue", "chat", "history", "turns")
 # A name with at least this many letters may have one mistyped letter, or two.
 _ONE_MISTAKE = 6
 _TWO_MISTAKES = 10
+_LONG = 9  # other programs' names with fewer letters are near to ordinary words
 _MAX_NAME = 64  # a longer name is no field's
+_KEYS = 6  # keys of an object that a message names
+_KEY_CHARACTERS = 30
 
 
 def folded(name: str) -> str:
@@ -146,13 +163,52 @@ def near_name(name: str, known: tuple[str, ...]) -> str | None:
     if len(name) > _MAX_NAME:
         return None
     word = folded(name)
-    long = (other for other in SAME_FIELD if len(folded(other)) >= _TWO_MISTAKES)
+    for other in _SHORT:
+        if _is_slip(name.lower().replace("-", "_"), other):
+            return other
+    long = (other for other in SAME_FIELD if len(folded(other)) >= _LONG)
     for other in (*filter(_is_typical, known), *long, *SETTINGS, *INSTEAD, DO_SAMPLE):
         size = len(folded(other))
         mistakes = (size >= _ONE_MISTAKE) + (size >= _TWO_MISTAKES)
         if 0 < _distance(word, folded(other), mistakes) <= mistakes:
             return other
     return "max_tokens" if re.match("max.*tok", word) else None  # such as max_tok
+
+
+def _is_slip(word: str, field: str) -> bool:
+    """Return whether a lowercase word is a short field with at most one mistyped letter.
+
+    The first letter is right, and so is the last of `top_p`: `top_n` is another name.
+    """
+    if word in _WORDS or word[:1] != field[0] or any(map(str.isdigit, word)):
+        return False
+    if "_" in field and not word.startswith(field) and word[-2:] != field[-2:]:
+        return False
+    return _distance(word, field, 1) <= 1
+
+
+def keys_text(fields: Mapping[str, Any], wanted: tuple[str, ...]) -> str:
+    """Return which keys an object has that lacks all `wanted` ones, and which may be meant."""
+    keys = [shortened(name, _KEY_CHARACTERS) for name in fields]
+    more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
+    found = f"found {', '.join(keys[:_KEYS])}{more}" if keys else "the object has no key"
+    for name, value in fields.items():
+        own = _meant(name, wanted)
+        if own is not None and value is not None:
+            return f"{found}; did you mean {own} by {shortened(name, _KEY_CHARACTERS)}?"
+    return f"{found}; give {', '.join(wanted[:-1])}{' or ' if wanted[1:] else ''}{wanted[-1]}"
+
+
+def _meant(name: str, wanted: tuple[str, ...]) -> str | None:
+    """Return the one of the names that another name means. None if it is near none of them."""
+    word = folded(name)
+    for other in wanted:
+        mistakes = 1 + (len(folded(other)) >= _ONE_MISTAKE)
+        if name != other and _distance(word, folded(other), mistakes) <= mistakes:
+            return other
+    like = {_LIKE_MESSAGES: ("messages",), _LIKE_PROMPTS: ("text", "prompt")}
+    own = (one for words, names in like.items() if word in words for one in names if one in wanted)
+    return next(own, None)
 
 
 def is_settings(name: str, value: Any, known: tuple[str, ...]) -> bool:

@@ -29,7 +29,7 @@ from flexgen_h2o.core.foreign_files import kind_of, where_else
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import check_int, is_text
-from flexgen_h2o.engine.field_names import is_settings, own_name
+from flexgen_h2o.engine.field_names import is_settings, keys_text, own_name
 from flexgen_h2o.engine.sequence import Sequence
 
 Encode = Callable[[str], list[int]]
@@ -54,7 +54,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Seq
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
-        what = kind_of(path, b"") or where_else(str(path))
+        what = kind_of(path, b"", "prompt") or where_else(str(path))
         raise UsageError(
             f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl"
             f"{f'; it {what}' if what.startswith(('is ', 'has ')) else f'; {what}' if what else ''}"
@@ -271,7 +271,9 @@ def prompt_of_json(line: str) -> object:
     given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
     if len(given) != 1:
         raise UsageError(
-            f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}"
+            "give either prompt or prompt_token_ids, not both"
+            if given
+            else f"prompt: is missing; {keys_text(body, ('prompt', 'prompt_token_ids'))}"
         )
     say_unread(body)
     [(key, value)] = given.items()
