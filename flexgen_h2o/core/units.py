@@ -189,6 +189,13 @@ def quoted(value: object) -> str:
     return shortened(text, 60)
 
 
+def kind_of_json(value: object) -> str:
+    """Return what a value of JSON is, for a message; the class of another value."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
 def is_text(text: str) -> bool:
     """Return whether UTF-8 and tokenizers accept a string.
 

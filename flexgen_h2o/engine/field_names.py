@@ -189,7 +189,10 @@ def _is_slip(word: str, field: str) -> bool:
 
 def keys_text(fields: Mapping[str, Any], wanted: tuple[str, ...]) -> str:
     """Return which keys an object has that lacks all `wanted` ones, and which may be meant."""
-    keys = [shortened(name, _KEY_CHARACTERS) for name in fields]
+    keys = [
+        shortened(name, _KEY_CHARACTERS) + (" (null)" if value is None else "")
+        for name, value in fields.items()
+    ]
     more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
     found = f"found {', '.join(keys[:_KEYS])}{more}" if keys else "the object has no key"
     for name, value in fields.items():

@@ -28,7 +28,7 @@ from flexgen_h2o.core.files import (
 from flexgen_h2o.core.foreign_files import kind_of, where_else
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.core.units import check_int, is_text
+from flexgen_h2o.core.units import check_int, is_text, kind_of_json, quoted
 from flexgen_h2o.engine.field_names import is_settings, keys_text, own_name
 from flexgen_h2o.engine.sequence import Sequence
 
@@ -279,12 +279,12 @@ def prompt_of_json(line: str) -> object:
     [(key, value)] = given.items()
     if key == "prompt" and not isinstance(value, str):
         raise UsageError(
-            f"prompt must be a string, not {type(value).__name__}; for token ids use "
+            f"prompt must be a string, not {kind_of_json(value)}; for token ids use "
             "prompt_token_ids"
         )
     if key == "prompt_token_ids" and not isinstance(value, list):
         raise UsageError(
-            f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}"
+            f"prompt_token_ids must be a list of whole numbers, not {kind_of_json(value)}"
         )
     return value
 
@@ -344,7 +344,7 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     ids = tuple(v.item() if hasattr(v, "item") else v for v in values)
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"token id {value!r:.60} is not a whole number")
+            raise UsageError(f"token id {quoted(value)} is not a whole number")
         if not 0 <= value < vocab_size:
             raise UsageError(
                 f"token id {value!r:.60} is outside the model's vocabulary of {vocab_size}"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
 from flexgen_h2o.core.settings import GREEDY_BELOW
-from flexgen_h2o.core.units import check_text, quoted, shortened
+from flexgen_h2o.core.units import check_text, kind_of_json, quoted, shortened
 from flexgen_h2o.engine.field_names import (
     DO_SAMPLE,
     IDLE_AMONG_SETTINGS,
@@ -480,7 +480,7 @@ class RequestReader:
             return value
         text = value[name]
         if not isinstance(text, str):
-            raise _invalid(f"text: a string is expected, not {type(text).__name__}")
+            raise _invalid(f"text: a string is expected, not {kind_of_json(text)}")
         rest = {other: of_other for other, of_other in value.items() if other != name}
         if not is_chat:
             return {**rest, "prompt": text}
@@ -659,7 +659,7 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     Formats: OpenAI's batch lines, HELM's requests, H2O's articles, plain messages and prompts.
     """
     if not isinstance(value, dict):
-        raise _invalid(f"a JSON object is expected, not {type(value).__name__}")
+        raise _invalid(f"a JSON object is expected, not {kind_of_json(value)}")
     _short_text(value, "custom_id", 1)
     if any(value.get(name) is not None for name in ("url", "body", "method")):
         _required(value, "custom_id")
@@ -983,7 +983,7 @@ def _plain_prompt(fields: dict[str, Any], wanted: tuple[str, ...]) -> Any:
     value = fields[given[0]]
     if given[0] == "prompt_token_ids" and not isinstance(value, list):
         raise _invalid(
-            f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}"
+            f"prompt_token_ids: a list of token ids is expected, not {kind_of_json(value)}"
         )
     return value
 
@@ -1075,7 +1075,7 @@ def _required(fields: dict[str, Any], name: str) -> Any:
 def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     value = _required(fields, name)
     if not isinstance(value, dict):
-        raise _invalid(f"{name}: a JSON object is expected, not {type(value).__name__}")
+        raise _invalid(f"{name}: a JSON object is expected, not {kind_of_json(value)}")
     return value
 
 

@@ -28,6 +28,7 @@ from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
 from flexgen_h2o.flags import EVICTION_FLAGS, PLACEMENT, THINKING
 from flexgen_h2o.jobs.input import begins_as
 from flexgen_h2o.jobs.output import count_rows, is_locked
+from flexgen_h2o.kvcache.eviction.policy import DEFAULT_RATIO
 
 SCHEMA = 1
 RUNNING = "running"
@@ -198,6 +199,8 @@ def _following(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
         heavy = f"eviction.heavy_{kind}"
         if all(side.get(recent) in (None, side.get(heavy)) for side in (one, other)):
             follow.add(recent)
+    if any(other.get(name) is not None for name in (_SIZE, "eviction.kv_budget")):
+        follow |= {n for n in ("eviction.heavy_ratio",) if one.get(n) == DEFAULT_RATIO}
     named = {name for name in {*one, *other} if name.startswith("eviction.")} - {_SIZE}
     if one.get("eviction.name") != other.get("eviction.name"):
         follow |= named - {"eviction.name"}

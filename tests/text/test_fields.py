@@ -214,7 +214,7 @@ WITHOUT_PROMPT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"Prompt": "x"}, "did you mean prompt by Prompt?"),
     ({"id": 3, "mesages": HI}, "found id, mesages; did you mean messages by mesages?"),
     ({"conversations": HI}, "did you mean messages by conversations?"),
-    ({"prompt": None, "x" * 99: 1}, f"found prompt, {'x' * 27}...; give messages, prompt"),
+    ({"prompt": None, "x" * 99: 1}, f"found prompt (null), {'x' * 27}...; give messages, prompt"),
     ({f"key{i}": i for i in range(9)}, "key5 and 3 more; "),
     ({**text_line("a", "x"), "body": {"promt": "x"}}, "found promt; did you mean prompt by promt?"),
     ({**chat_line("a", "x"), "body": {"message": HI}}, "did you mean messages by message?"),

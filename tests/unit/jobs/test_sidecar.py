@@ -100,6 +100,7 @@ TYPED: tuple[tuple[Any, Any, Any, Any, str], ...] = (
     (MIXED, SIZED, WHOLE, FULL, "--kv-bytes was 20% and is not given"),
     (MIXED, SIZED, PACKED, SIZED, "--cache-bits was 4/3 (of --kv-bytes 20%) and is 4"),
     (MIXED, SIZED, PACKED, {**SIZED, "kv_bytes": 0.3}, "--kv-bytes was 20% and is 30%"),
+    (MIXED, {**H2O, "kv_bytes": 0.2}, WHOLE, tenth(0.1), "--kv-bytes was 20% and is not given"),
     (AUTO, FULL, PLACED, FULL, "--gpu-batch-size was auto and is 3"),
     (PLACED, FULL, AUTO, FULL, "--gpu-batch-size was 3 and is auto"),
 )
