@@ -340,7 +340,7 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     """
     values = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(values, list | tuple):
-        raise UsageError(f"a prompt is a string or a list of token ids, not {type(given).__name__}")
+        raise UsageError(f"a prompt is a string or a list of token ids, not {kind_of_json(given)}")
     ids = tuple(v.item() if hasattr(v, "item") else v for v in values)
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):

@@ -124,7 +124,7 @@ def test_python_inputs_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (5, "not int"),
+        (5, "not a number"),
         ([VOCAB], "outside"),
         ([torch.tensor(True)], "whole number"),
         (np.array([1.0]), "whole number"),
