@@ -66,6 +66,7 @@ _NO_EFFECT = "nothing here needs it; leave it out"
 _NOT_DRAWN = "answers are greedy unless --temperature is above 0; leave it out"
 _NOT_THERE = "nothing like it is supported yet; leave it out"
 _OF_LINES = "give {} in each line of a .jsonl file"
+_EMBEDDINGS = "texts are generated, and no embeddings; sentence-transformers makes them"
 _ADAPTER = (
     "adapters are not read; merge it into its base model (merge_and_unload of peft), and give the "
     "folder that this makes as MODEL"
@@ -201,7 +202,8 @@ ADVICE = {
     "-f": "give --input FILE",
     "--hf-repo": "give the hub id as MODEL",
     "-hf": "give the hub id as MODEL",
-    "--hf-file": "GGUF files are not read yet; give a folder or hub id with safetensors",
+    "--hf-file": "GGUF is not read; give a folder or hub id with safetensors, or convert it "
+    "(docs/reference/not-supported.md, GGUF)",
     "--mlock": _NO_EFFECT,
     "--no-mmap": _NO_EFFECT,
     "--flash-attn": _NO_EFFECT,
@@ -210,8 +212,10 @@ ADVICE = {
     "-cnv": "flexgen-h2o chat MODEL holds a conversation",
     "-no-cnv": "give --no-chat",
     "--jinja": _TEMPLATE,
-    "--grammar": _NOT_THERE,
-    "--json-schema": _NOT_THERE,
+    **dict.fromkeys(
+        ("--embedding", "--embeddings", "--pooling", "--rerank", "--reranking"), _EMBEDDINGS
+    ),
+    **dict.fromkeys(("--grammar", "--grammar-file", "--json-schema"), _NOT_THERE),
     "--model-draft": _NOT_THERE,
     "-md": _NOT_THERE,
     "--min-p": _NOT_THERE,

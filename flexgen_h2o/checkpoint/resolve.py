@@ -20,9 +20,10 @@ CONFIG_NAME = "config.json"
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
 _ORIGINAL = "give the Hugging Face folder or hub id it was made from"
+_PAGE = "docs/reference/not-supported.md"
 # Endings of weights in formats that are not read, with the remedy.
 FOREIGN_WEIGHTS = {
-    ".gguf": f"GGUF is not read; {_ORIGINAL}",
+    ".gguf": f"GGUF is not read; {_ORIGINAL}, or convert it ({_PAGE}, GGUF)",
     ".ggml": f"GGML is not read; {_ORIGINAL}",
     ".onnx": f"ONNX is not read; {_ORIGINAL}",
     ".npz": f"MLX's older format is not read; {_ORIGINAL}",

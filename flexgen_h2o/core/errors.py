@@ -72,7 +72,7 @@ def json_reason(error: ValueError | RecursionError) -> str:
                 f"a byte order mark at character {error.pos + 1}, as of two files that were joined "
                 "within a line; begin a new line there"
             )
-        return f"{error.msg} at character {error.pos + 1}"
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return (
         "a whole number has too many digits" if "int_max_str_digits" in str(error) else str(error)
     )

@@ -45,14 +45,15 @@ _PACKED = {
     ".7z": b"7z\xbc\xaf",
     ".zip": b"PK\x03\x04",
 }
+_PAGE = "docs/how-to/your-data.md"
 _URL = re.compile(r"([a-z][a-z0-9]+):/", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def kind_of(path: Path, head: bytes) -> str | None:
+def kind_of(path: Path, head: bytes, column: str = "text") -> str | None:
     """Return what a file is and what to do, if it is none of lines. None if it may be.
 
-    head: its first HEAD_BYTES.
+    head: its first HEAD_BYTES. column: the key that the lines should have.
     """
     suffix = path.suffix.lower()
     name = shlex.quote(path.name)
@@ -63,9 +64,10 @@ def kind_of(path: Path, head: bytes) -> str | None:
     if kind is not None:
         what, reader = _TABLES[kind]
         return (
-            f"{what}; write its rows as JSON lines, with its column of texts named prompt: "
-            f"pandas.{reader.format(repr(path.name))}.to_json({lines!r}, orient='records', "
-            "lines=True)"
+            f"{what}; write its rows as JSON lines, with its column of prompts named {column}: "
+            f"pandas.{reader.format(repr(path.name))}.rename(columns={{'COLUMN': {column!r}}})"
+            f".to_json({lines!r}, orient='records', lines=True); {_PAGE} also shows how to join "
+            "the answers"
         )
     if what:
         return f"{what}; {remedy.format(name)}"
@@ -91,7 +93,7 @@ def where_else(name: str) -> str:
     if (url is not None and url[1].lower() == "hf") or (url is None and is_hub and "/" in name):
         return (
             "data sets of the hub are not fetched; save it as JSON lines with the package datasets:"
-            " load_dataset(...).to_json('prompts.jsonl')"
+            f" load_dataset(...).to_json('prompts.jsonl') ({_PAGE})"
         )
     if url is not None:
         return "files of the network are not fetched; download it and name the file"

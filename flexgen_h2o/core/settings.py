@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import check_int, check_number, check_share, check_text
+from flexgen_h2o.core.units import check_int, check_number, check_share, check_text, quoted
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 MAX_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
@@ -51,7 +51,7 @@ def check_settings(settings: Any) -> None:
         if not rules or (value is None and optional):
             continue
         if kind == "bool" and not isinstance(value, bool):
-            raise UsageError(f"{f.name}: {value!r:.60} is not true or false")
+            raise UsageError(f"{f.name}: {quoted(value)} is not true or false")
         if kind == "int":
             value = check_int(f.name, value, rules["low"], rules.get("high"))
         elif kind == "float":
@@ -63,7 +63,7 @@ def check_settings(settings: Any) -> None:
             )
         if "choices" in rules and value not in rules["choices"]:
             raise UsageError(
-                f"{f.name}: {value!r:.60} is not one of {', '.join(map(str, rules['choices']))}"
+                f"{f.name}: {quoted(value)} is not one of {', '.join(map(str, rules['choices']))}"
             )
         object.__setattr__(settings, f.name, value)
 
@@ -175,14 +175,14 @@ def _check_stop(value: object) -> tuple[str, ...]:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple):
-        raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
+        raise UsageError(f"stop: {quoted(value)} is not a string or a list of strings")
     if len(strings) > MAX_STOP_CHARACTERS:
         raise UsageError(
             f"stop: has {len(strings)} strings, at most {MAX_STOP_CHARACTERS}; give fewer"
         )
     for s in strings:
         if not isinstance(s, str) or not s:
-            raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
+            raise UsageError(f"stop: {quoted(s)} is not a string with at least one character")
         check_text("stop", s)
     if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
         raise UsageError(
@@ -197,7 +197,7 @@ def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{name}: {value!r:.60} is not a list of token ids")
+        raise UsageError(f"{name}: {quoted(value)} is not a list of token ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise UsageError(
             f"{name}: has {len(value)} token ids, at most {MAX_STOP_TOKEN_IDS}; give fewer"

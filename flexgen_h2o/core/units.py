@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import re
@@ -71,7 +72,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
     Raises UsageError that names `name`.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise UsageError(f"{name}: {value!r:.60} is not a whole number")
+        raise UsageError(f"{name}: {quoted(value)} is not a whole number")
     whole = int(value)
     if whole < low or (high is not None and whole > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -88,14 +89,14 @@ def check_number(name: str, value: object, high: float | None) -> float:
     number = as_float(value)
     if math.isfinite(number) and number >= 0 and (high is None or number <= high):
         return number
-    raise UsageError(f"{name}: {value!r:.60} is not {bounds}")
+    raise UsageError(f"{name}: {quoted(value)} is not {bounds}")
 
 
 def check_share(name: str, value: object) -> float:
     """Return `value` as a float in (0, 1]. Raises UsageError that names `name`."""
     share = as_float(value)
     if not 0 < share <= 1:
-        raise UsageError(f"{name}: {value!r:.60} is not in (0, 1]")
+        raise UsageError(f"{name}: {quoted(value)} is not in (0, 1]")
     return share
 
 
@@ -176,6 +177,23 @@ def counted(count: int, what: str) -> str:
 def shortened(text: str, most: int) -> str:
     """Return a text of at most `most` characters. Dots replace the rest."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def quoted(value: object) -> str:
+    """Return a value for a message: JSON, or as in Python if it has no JSON, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text = text if text.isprintable() else json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return shortened(text, 60)
+
+
+def kind_of_json(value: object) -> str:
+    """Return what a value of JSON is, for a message; the class of another value."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def is_text(text: str) -> bool:

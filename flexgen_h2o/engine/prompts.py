@@ -28,8 +28,8 @@ from flexgen_h2o.core.files import (
 from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of, where_else
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.core.units import check_int, is_text
-from flexgen_h2o.engine.field_names import is_settings, own_name
+from flexgen_h2o.core.units import check_int, is_text, kind_of_json, quoted
+from flexgen_h2o.engine.field_names import is_settings, keys_text, own_name
 from flexgen_h2o.engine.sequence import Sequence
 
 Encode = Callable[[str], list[int]]
@@ -54,7 +54,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Seq
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
-        what = kind_of(path, b"") or where_else(str(path))
+        what = kind_of(path, b"", "prompt") or where_else(str(path))
         raise UsageError(
             f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl"
             f"{f'; it {what}' if what.startswith(('is ', 'has ')) else f'; {what}' if what else ''}"
@@ -274,18 +274,20 @@ def prompt_of_json(line: str) -> object:
     given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
     if len(given) != 1:
         raise UsageError(
-            f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}"
+            "give either prompt or prompt_token_ids, not both"
+            if given
+            else f"prompt: is missing; {keys_text(body, ('prompt', 'prompt_token_ids'))}"
         )
     say_unread(body)
     [(key, value)] = given.items()
     if key == "prompt" and not isinstance(value, str):
         raise UsageError(
-            f"prompt must be a string, not {type(value).__name__}; for token ids use "
+            f"prompt must be a string, not {kind_of_json(value)}; for token ids use "
             "prompt_token_ids"
         )
     if key == "prompt_token_ids" and not isinstance(value, list):
         raise UsageError(
-            f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}"
+            f"prompt_token_ids must be a list of whole numbers, not {kind_of_json(value)}"
         )
     return value
 
@@ -341,11 +343,11 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     """
     values = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(values, list | tuple):
-        raise UsageError(f"a prompt is a string or a list of token ids, not {type(given).__name__}")
+        raise UsageError(f"a prompt is a string or a list of token ids, not {kind_of_json(given)}")
     ids = tuple(v.item() if hasattr(v, "item") else v for v in values)
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"token id {value!r:.60} is not a whole number")
+            raise UsageError(f"token id {quoted(value)} is not a whole number")
         if not 0 <= value < vocab_size:
             raise UsageError(
                 f"token id {value!r:.60} is outside the model's vocabulary of {vocab_size}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_h2o.cli_common import note, say
+from flexgen_h2o.cli_common import note
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import guard_of
@@ -134,8 +134,8 @@ def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
         lines = read_part(args.input, InputPart(left))
         readable = (one for one in map(checker.see, lines) if one is not None)
         requests, count = sample_of(readable, llm)
-        failing = checker.text(left)
-        _say_columns(checker.reader)
+        failing = checker.text(left, names_all=True)
+        _say_lines(checker)
         if not requests:
             raise UsageError(
                 f"--input {args.input}: no request in it that can be run ({checker.first})"
@@ -212,7 +212,7 @@ def _run(
         left = ~before.done
         failing = checker.text(left)
         say_notes("batch", args, llm)
-        _say_columns(checker.reader)
+        _say_lines(checker)
         if output.cut_bytes:
             note(
                 "batch",
@@ -241,14 +241,14 @@ def _run(
                 writer = JobWriter([output], llm.model, before, dict, args.max_errors)
                 with _writing(args, output, writer):
                     run_on_ray(before.done, writer, opening)
-    return _show(args, writer, llm.model.name)
+    return _show(args, writer)
 
 
-def _say_columns(reader: RequestReader) -> None:
-    """Tell the user which columns of the lines that `reader` has seen are not read."""
-    text = reader.columns_text()
-    if text is not None:
-        note("batch", text)
+def _say_lines(checker: RowChecker) -> None:
+    """Tell the user what the lines have that is not read: columns, and names of other models."""
+    for text in (checker.reader.columns_text(), checker.models_text()):
+        if text:
+            note("batch", text)
 
 
 def settings_of(
@@ -412,7 +412,7 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
     output.check_rows(status.done + status.other_rows)
 
 
-def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
+def _show(args: argparse.Namespace, writer: JobWriter) -> int:
     """Print the summary and return the exit code."""
     status = writer.status
     did = (
@@ -434,9 +434,4 @@ def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
         )
     if status.errors:
         print(f"errors: {causes_text(writer.errors)}")
-    if writer.first_other is not None:
-        number, name = writer.first_other
-        named = f"{writer.other_models} requests name another model"
-        first = f"{name[:100]} in line {number}"
-        say("batch", f"{named} (the first: {first}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

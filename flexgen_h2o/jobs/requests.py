@@ -21,13 +21,16 @@ from typing import Any, Literal
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
 from flexgen_h2o.core.settings import GREEDY_BELOW
-from flexgen_h2o.core.units import check_text, shortened
+from flexgen_h2o.core.units import check_text, kind_of_json, quoted, shortened
 from flexgen_h2o.engine.field_names import (
     DO_SAMPLE,
     IDLE_AMONG_SETTINGS,
     IDLE_VALUES,
+    MAX_CHECKED,
+    PROMPTS,
     instead_of,
     is_settings,
+    keys_text,
     near_name,
     own_name,
 )
@@ -154,6 +157,27 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "min_repetition_pattern_size": (0,),
     "repetition_min_count": (0,),
 }
+# Fields for which docs/reference/not-supported.md has a remedy.
+HAS_REMEDY = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tools",
+    "functions",
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "logit_bias",
+    "suffix",
+    "stream",
+    "url",
+    "content",
+)
 FIELDS = frozenset(
     (
         *PROMPT_FIELDS,
@@ -457,7 +481,7 @@ class RequestReader:
             return value
         text = value[name]
         if not isinstance(text, str):
-            raise _invalid(f"text: a string is expected, not {type(text).__name__}")
+            raise _invalid(f"text: a string is expected, not {kind_of_json(text)}")
         rest = {other: of_other for other, of_other in value.items() if other != name}
         if not is_chat:
             return {**rest, "prompt": text}
@@ -476,15 +500,22 @@ class RequestReader:
         is_record: the line is sent back whole, so that no column is lost.
         """
         found: dict[str, Any] = {}
+        unknown = 0
         for name, value in fields.items():
             if value is None or name in FORMAT_KEYS:
                 continue
             if is_settings(name, value, NAMED):
                 for inner, one in _object(dict(fields), name).items():
-                    own = _own_setting(f"{name}.{inner}", inner, one, True)
-                    _put(found, names, f"{name}.{inner}", own, one)
+                    where = f"{name}.{inner}"
+                    _put(found, names, where, _own_setting(where, inner, one, True), one)
                 continue
-            own = name if name in FIELDS else _own_setting(name, name, value, False)
+            if name in FIELDS:
+                own: str | None = name
+            elif unknown < MAX_CHECKED:
+                own = _own_setting(name, name, value, False)
+            else:  # of a wide table, where mistyped names are not looked for
+                own = own_name(name, NAMED)
+            unknown += own is None
             _put(found, names, name, own, value)
             if own is None and not is_record and len(self.columns) < MAX_COLUMNS:
                 self.columns[shortened(name, MAX_COLUMN_CHARACTERS)] += 1
@@ -505,7 +536,7 @@ class RequestReader:
         if keep is not None:
             name = "truncate_prompt_tokens"
             if type(keep) is not int or not (keep == -1 or keep >= 1):
-                raise _invalid(f"{name}: {_quoted(keep)} is neither -1 nor a whole number above 0")
+                raise _invalid(f"{name}: {quoted(keep)} is neither -1 nor a whole number above 0")
             if keep > positions:
                 raise _invalid(f"{name}: {keep} is above the {positions} positions; lower it")
             if keep == -1:
@@ -571,7 +602,7 @@ class RequestReader:
             )
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
-            raise _invalid(f"chat_template_kwargs: {_quoted(options)} is not an object")
+            raise _invalid(f"chat_template_kwargs: {quoted(options)} is not an object")
         _check_size("chat_template_kwargs", options, MAX_TEMPLATE_OPTIONS)
         for name in options:
             if name in self.model.reserved_options:
@@ -582,7 +613,7 @@ class RequestReader:
                 )
         effort = given.get("reasoning_effort")
         if effort is not None and effort not in EFFORTS:
-            raise _invalid(f"reasoning_effort: {_quoted(effort)} is none of {', '.join(EFFORTS)}")
+            raise _invalid(f"reasoning_effort: {quoted(effort)} is none of {', '.join(EFFORTS)}")
         given |= {name: value for name, value in options.items() if value is not None}
         return self._call_options(given)
 
@@ -636,7 +667,7 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     Formats: OpenAI's batch lines, HELM's requests, H2O's articles, plain messages and prompts.
     """
     if not isinstance(value, dict):
-        raise _invalid(f"a JSON object is expected, not {type(value).__name__}")
+        raise _invalid(f"a JSON object is expected, not {kind_of_json(value)}")
     _short_text(value, "custom_id", 1)
     if any(value.get(name) is not None for name in ("url", "body", "method")):
         _required(value, "custom_id")
@@ -644,13 +675,17 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
         body = _object(value, "body")
         kind = URLS.get(url) if isinstance(url, str) else None
         if kind is None:
-            raise RowError("unknown_url", f"url: {url!r} is none of {', '.join(URLS)}")
+            raise RowError(
+                "unknown_url", f"url: {quoted(url)} is none of {', '.join(URLS)}{_page_of('url')}"
+            )
         if value.get("method") not in (None, "POST"):
-            raise _invalid(f"method: {value['method']!r} is not POST")
+            raise _invalid(f"method: {quoted(value['method'])} is not POST")
         return (
             kind,
             body,
-            _required(body, "messages") if kind == "chat" else _plain_prompt(body),
+            _required(body, "messages")
+            if kind == "chat"
+            else _plain_prompt(body, ("prompt", "prompt_token_ids")),
             True,
         )
     if value.get("request") is not None:
@@ -664,7 +699,7 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
         and value.get("prompt_token_ids") is None
     ):
         return "chat", value, value["messages"], False
-    return "completion", value, _plain_prompt(value), False
+    return "completion", value, _plain_prompt(value, PROMPTS), False
 
 
 def _own_setting(where: str, name: str, value: Any, among_settings: bool) -> str | None:
@@ -674,13 +709,13 @@ def _own_setting(where: str, name: str, value: Any, among_settings: bool) -> str
     """
     if value is None or (among_settings and name in IDLE_AMONG_SETTINGS):
         return None
+    if name in IDLE_VALUES and _same(value, IDLE_VALUES[name]):
+        return None
     own = DO_SAMPLE if name == DO_SAMPLE else own_name(name, NAMED, among_settings)
     if among_settings and own is None and name in FIELDS and name not in PROMPT_FIELDS:
         own = name
     if own is not None:
         return own
-    if name in IDLE_VALUES and _same(value, IDLE_VALUES[name]):
-        return None
     remedy = _remedy(name)
     if remedy or among_settings:
         raise RowError("unsupported", f"{where}: {remedy or 'is not supported; leave it out'}")
@@ -748,11 +783,11 @@ def _checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             continue
         only = ONLY.get(name)
         if only is not None and not any(_same(value, allowed) for allowed in only):
-            instead = " or ".join(map(repr, only))
+            instead = " or ".join(map(quoted, only))
             raise RowError(
                 "unsupported",
-                f"{name}: {_quoted(value)} is not supported"
-                f"{f', only {instead}' if instead else '; leave it out'}",
+                f"{name}: {quoted(value)} is not supported"
+                f"{f', only {instead}' if instead else '; leave it out'}{_page_of(name)}",
             )
     return given
 
@@ -761,13 +796,17 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> tuple[int, bool,
     """Return the answers per prompt, whether they are streamed, and whether with token counts."""
     n = _count(fields, "n")
     if _count(fields, "best_of") not in (1, n):
-        raise RowError("unsupported", f"best_of: only 1 and n ({n}) are supported")
+        raise RowError(
+            "unsupported", f"best_of: only 1 and n ({n}) are supported{_page_of('best_of')}"
+        )
     stream = _flag("stream", fields.get("stream"))
     if stream and not may_stream:
-        raise RowError("unsupported", "stream: True is not supported, only False")
+        raise RowError(
+            "unsupported", f"stream: true is not supported, only false{_page_of('stream')}"
+        )
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
-        raise _invalid(f"stream_options: {_quoted(options)} is not an object")
+        raise _invalid(f"stream_options: {quoted(options)} is not an object")
     return n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
 
 
@@ -801,7 +840,7 @@ def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
         raise RowError(
             "unsupported", f"prompt: a single prompt is expected here, not a list of {len(prompts)}"
         )
-    raise RowError("unsupported", f"n: {n} is not supported, only 1")
+    raise RowError("unsupported", f"n: {n} is not supported, only 1{_page_of('n')}")
 
 
 def _variant(request: Request, choice: int) -> Request:
@@ -816,13 +855,13 @@ def _variant(request: Request, choice: int) -> Request:
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name, 1)
     if type(value) is not int or value < 1:
-        raise _invalid(f"{name}: {_quoted(value)} is not a whole number of at least 1")
+        raise _invalid(f"{name}: {quoted(value)} is not a whole number of at least 1")
     return value
 
 
 def _flag(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise _invalid(f"{name}: {_quoted(value)} is not true or false")
+        raise _invalid(f"{name}: {quoted(value)} is not true or false")
     return bool(value)
 
 
@@ -893,7 +932,7 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
             )
         return wanted
     if wanted is not None and not isinstance(wanted, bool):
-        raise _invalid(f"logprobs: {_quoted(wanted)} is not true or false")
+        raise _invalid(f"logprobs: {quoted(wanted)} is not true or false")
     if top and not wanted:
         raise _invalid("top_logprobs: needs logprobs to be true")
     return (0 if top is None else top) if wanted else None
@@ -909,8 +948,9 @@ def _check_size(name: str, value: Sized, most: int) -> None:
         raise _invalid(f"{name}: has {len(value)} entries, at most {most}; give fewer")
 
 
-def _quoted(value: Any) -> str:
-    return shortened(repr(value), 60)
+def _page_of(name: str) -> str:
+    """Return where to read what to do instead of a field. Empty for fields without a remedy."""
+    return "; see docs/reference/not-supported.md" if name in HAS_REMEDY else ""
 
 
 def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
@@ -939,16 +979,19 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
     return kept
 
 
-def _plain_prompt(fields: dict[str, Any]) -> Any:
+def _plain_prompt(fields: dict[str, Any], wanted: tuple[str, ...]) -> Any:
+    """Return the prompt of an object, in which the `wanted` keys may have one."""
     given = [name for name in ("prompt", "prompt_token_ids") if fields.get(name) is not None]
     if len(given) != 1:
         raise _invalid(
-            "give either prompt or prompt_token_ids, not both" if given else "prompt: is missing"
+            "give either prompt or prompt_token_ids, not both"
+            if given
+            else f"prompt: is missing; {keys_text(fields, wanted)}"
         )
     value = fields[given[0]]
     if given[0] == "prompt_token_ids" and not isinstance(value, list):
         raise _invalid(
-            f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}"
+            f"prompt_token_ids: a list of token ids is expected, not {kind_of_json(value)}"
         )
     return value
 
@@ -981,7 +1024,7 @@ def _checked_message(where: str, message: Any, min_content_parts: int | None) ->
             continue
         if name == "name" or name in REASONING:
             if not isinstance(value, str):
-                raise _invalid(f"{where}.{name}: {_quoted(value)} is not a string")
+                raise _invalid(f"{where}.{name}: {quoted(value)} is not a string")
             others[REASONING[0] if name in REASONING else name] = _check_text(
                 f"{where}.{name}", value
             )
@@ -1018,7 +1061,8 @@ def _text_of_part(where: str, part: Any) -> str:
     if not isinstance(text, str):
         raise RowError(
             "unsupported",
-            f"{where}.content: parts of type {_quoted(kind)} are not supported, only text",
+            f"{where}.content: parts of type {quoted(kind)} are not supported, only text"
+            f"{_page_of('content')}",
         )
     return text
 
@@ -1032,14 +1076,14 @@ def _check_text(where: str, text: str) -> str:
 
 def _required(fields: dict[str, Any], name: str) -> Any:
     if fields.get(name) is None:
-        raise _invalid(f"{name}: is missing")
+        raise _invalid(f"{name}: is missing; {keys_text(fields, (name,))}")
     return fields[name]
 
 
 def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     value = _required(fields, name)
     if not isinstance(value, dict):
-        raise _invalid(f"{name}: a JSON object is expected, not {type(value).__name__}")
+        raise _invalid(f"{name}: a JSON object is expected, not {kind_of_json(value)}")
     return value
 
 
@@ -1048,7 +1092,8 @@ def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | N
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):
         raise _invalid(
-            f"{name}: {value!r} is not a string" + (" with at least one character" if least else "")
+            f"{name}: {quoted(value)} is not a string"
+            + (" with at least one character" if least else "")
         )
     if value is not None and len(value) > MAX_ID_CHARACTERS:
         raise _invalid(f"{name}: is longer than {MAX_ID_CHARACTERS} characters")

@@ -35,8 +35,6 @@ from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
 
-# The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
-NO_MODEL = "x"
 # Internal errors of a job that are printed on stderr: a job may have a million rows.
 MAX_SAID = 100
 MAX_BAD_S = 0.05  # seconds in which the server handles bad lines and nothing else
@@ -144,10 +142,6 @@ class JobWriter(Sink):
         self.has_answers = self.done_before > self.status.errors
         self._open_row = before.open_row
         self._held: Request | None = None  # the finished request of `_open_row`
-        # Number of requests that name another model than the one that runs, and the first of them:
-        # the number of its line, and the model's name.
-        self.other_models = 0
-        self.first_other: tuple[int, str] | None = None
         self._outputs = outputs
         self._model = model
         self._peak_bytes = peak_bytes
@@ -236,10 +230,6 @@ class JobWriter(Sink):
             of_output.clear()
 
     def _count(self, one: Request) -> None:
-        if one.asked_model not in (None, NO_MODEL, self._model.name):
-            self.other_models += 1
-            named = (one.index, str(one.asked_model))
-            self.first_other = min(self.first_other or named, named)
         if one.error is not None:
             self._count_error(one)
         if one.error_code == CODE_INTERNAL:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -20,17 +21,20 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from flexgen_h2o.cli_common import flag_of
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
 from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
-from flexgen_h2o.flags import EVICTION_FLAGS
+from flexgen_h2o.flags import EVICTION_FLAGS, PLACEMENT, THINKING
 from flexgen_h2o.jobs.input import begins_as
 from flexgen_h2o.jobs.output import count_rows, is_locked
+from flexgen_h2o.kvcache.eviction.policy import DEFAULT_RATIO
 
 SCHEMA = 1
 RUNNING = "running"
 DONE = "done"
 _MOST = 2**63  # limit of any number; a year of seconds is 2**25
+_THINKING = f"template.{THINKING}"
 # Flags of settings that have another name. Settings of models and policies without a flag keep
 # their names.
 _FLAGS = {
@@ -39,8 +43,21 @@ _FLAGS = {
     "eviction.name": "--eviction",
     "texts.chat": "--chat",
     "texts.system": "--system",
+    "model.random": "--random-weights",
+    _THINKING: "--no-thinking",
 }
 _FLAGS |= {f"eviction.{name}": flag for name, flag in EVICTION_FLAGS.items()}
+# Setting with a number of bits -> its switch, and settings that have an effect only with it.
+_BITS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "policy.weight_bits": ("policy.compress_weight", ()),
+    "policy.cache_bits": (
+        "policy.compress_cache",
+        ("policy.cache_window", "policy.cache_rotation"),
+    ),
+}
+# How much the KV cache keeps. The first chooses the eviction policy and the bits too.
+_SIZE = "eviction.kv_bytes"
+_SIZES = ("eviction.kv_budget", "eviction.heavy_ratio", "eviction.heavy_size")
 # Settings that are gone, each with the one value that today's version runs with.
 _GONE = {"eviction.layer_schedule": "uniform", "eviction.decay": 1.0}
 
@@ -118,12 +135,19 @@ def differences(before: Sidecar, settings: dict[str, Any], source: Path) -> list
     new = dict(_flat(settings))
     if _has_same_model(old, new):
         del old["model.name"], new["model.name"]
+    changed = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+    # What follows from another difference is not named beside it.
+    changed |= {bits for bits, (switch, _) in _BITS.items() if switch in changed}
+    changed = changed - (_following(old, new) | _following(new, old)) or changed
     found = [
-        f"{_flag(name)} was {_short(old.get(name))}, which this version does not have"
-        if name in _GONE
-        else f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
+        f"{_flag(name)} was {_typed(old, name)}"
+        + (
+            ", which this version does not have"
+            if name in _GONE
+            else f" and is {_typed(new, name, old)}"
+        )
         for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
+        if name in changed
     ]
     if not begins_as(source, before.input_bytes, before.input_digest):
         found.append(f"the input does not begin as {before.input_path} did")
@@ -154,13 +178,86 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _flag(name: str) -> str:
     group, _, field = name.rpartition(".")
-    if name.startswith("template."):
+    if name.startswith("template.") and name not in _FLAGS:
         return f"--chat-template-kwargs {name.removeprefix('template.')}"
     return _FLAGS.get(name, flag_of(field) if group in ("", "policy", "sampling") else name)
 
 
-def _short(value: Any) -> str:
-    return shortened(json.dumps(value), 60)
+def _following(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Return the settings whose difference follows from another one, if a flag set it in `one`.
+
+    Both are flat settings. The caller asks for both orders.
+    """
+    follow: set[str] = set()
+    for bits, (switch, rest) in _BITS.items():
+        follow.add(switch)  # the bits say it too
+        if not one.get(switch):
+            follow |= {*rest}
+            follow |= set() if other.get(switch) else {bits}
+    for kind in ("ratio", "size"):
+        recent = f"eviction.recent_{kind}"
+        heavy = f"eviction.heavy_{kind}"
+        if all(side.get(recent) in (None, side.get(heavy)) for side in (one, other)):
+            follow.add(recent)
+    if any(other.get(name) is not None for name in (_SIZE, "eviction.kv_budget")):
+        follow |= {n for n in ("eviction.heavy_ratio",) if one.get(n) == DEFAULT_RATIO}
+    named = {name for name in {*one, *other} if name.startswith("eviction.")} - {_SIZE}
+    if one.get("eviction.name") != other.get("eviction.name"):
+        follow |= named - {"eviction.name"}
+    bits = "policy.cache_bits"
+    switch, rest = _BITS[bits]
+    if _SIZE in one and any(one.get(name) != other.get(name) for name in (_SIZE, bits)):
+        follow |= {*rest}
+    if _SIZE in one and one[_SIZE] != other.get(_SIZE):
+        if _SIZE in other or other.get("eviction.name") == "full":
+            follow |= named
+        if _SIZE in other or not other.get(switch):
+            follow.add(bits)
+    placement = {f"policy.{name}" for name in PLACEMENT}
+    if all(one.get(name) == "auto" for name in placement):
+        usual = dict(_flat({"policy": Policy().to_json()}))
+        given = {name for name in placement if other.get(name) not in ("auto", usual[name])}
+        follow |= placement - given if given else set()
+    if one.get("sampling.temperature") == 0 and other.get("sampling.temperature") != 0:
+        follow |= {"sampling.top_p", "sampling.top_k"}
+    if one.get("model.name") != other.get("model.name"):
+        follow |= {name for name in one if name.startswith("model.") and name != "model.name"}
+    return follow
+
+
+def _typed(
+    settings: dict[str, Any], name: str, before: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Return the value of a flat setting as a user types it, and what chose it.
+
+    before: settings of an earlier run. Bits that differ at the same --kv-size were given.
+    """
+    value = settings.get(name)
+    of = ""
+    if name in _BITS and not settings.get(_BITS[name][0]):
+        value = 16 if name == "policy.cache_bits" else None
+    elif name in ("eviction.name", "policy.cache_bits"):
+        sizes = (_SIZE, *_SIZES) if name == "eviction.name" else (_SIZE,)
+        size = next((one for one in sizes if settings.get(one) is not None), None)
+        is_given = name == "policy.cache_bits" and before.get(_SIZE) == settings.get(_SIZE)
+        of = "" if size is None or is_given else f" (of {_flag(size)} {_typed(settings, size)})"
+    if value is None or value == []:
+        return "not given"
+    if name == _THINKING and value is False:
+        return "given"
+    if name == "texts.chat":
+        return "given" if value else "--no-chat"
+    if name == _SIZE and isinstance(value, float):
+        return f"{100 * value:g}%"
+    if isinstance(value, list):
+        return shortened(" ".join(map(_word, value)), 60)
+    return shortened(_word(value), 60) + of
+
+
+def _word(value: Any) -> str:
+    """Return a value in one word: a text as it is, if it has no space and no quote."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w./:@,=+-]+", value) is not None
+    return value if is_plain else json.dumps(value)
 
 
 @dataclass

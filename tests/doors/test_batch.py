@@ -60,9 +60,9 @@ def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_m
 
 MIXING = [
     (("--temperature", 0.5), "--temperature was 0.0 and is 0.5"),
-    (("--kv-budget", 0.5), '--eviction was "full" and is "h2o"'),
-    (("--dtype", "bfloat16"), '--dtype was "float32" and is "bfloat16"'),
-    (("--gpu-batch-size", 3), '--gpu-batch-size was "auto" and is 3'),
+    (("--kv-budget", 0.5), "--eviction was full and is h2o (of --kv-budget 0.5)"),
+    (("--dtype", "bfloat16"), "--dtype was float32 and is bfloat16"),
+    (("--gpu-batch-size", 3), "--gpu-batch-size was auto and is 3"),
 ]
 
 
@@ -228,7 +228,9 @@ def test_what_will_fail_is_said_first_and_again_at_the_end(
 ) -> None:
     """By field; --dry-run says the same. The prompts of a large input are not tokenized for it."""
     bad = [{"prompt": [5], "tools": [{}]}] * 3 + [{"prompt": [5], "n": 2}, {"prompt": [5] * 99}]
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, "{", *bad)
+    model = "2 requests name another model (the first: gpt in line 8)"
+    other = {"prompt": [5], "model": "gpt", "max_tokens": 1}
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, "{", *bad, other, other)
     causes = "3 unsupported (tools), 1 invalid_json, 1 unsupported (n)"
     too_long = ", 1 context_length_exceeded (prompt)"
     for flags in ("--dry-run", "--output out.jsonl"):
@@ -236,19 +238,34 @@ def test_what_will_fail_is_said_first_and_again_at_the_end(
         assert ended.code == 0, ended.err
         found = [*ended.out.splitlines(), *ended.err.splitlines()]
         [said] = [line for line in found if "will be error lines" in line]
-        assert "6 of 7 prompts" in said
+        assert "6 of 9 prompts" in said and model in ended.err
         assert all(cause in said for cause in (causes + too_long).split(", "))
         assert "; the first: line 2: not valid JSON" in said
-    assert "1 prompt;" in ended.out, "the plan is of those that can be run"
+    assert "3 prompts" in ended.out, "the plan is of those that can be run"
     for _ in range(2):  # also in a restart that does nothing
         last = ended.out.splitlines()[-1]
         assert last.startswith("errors: 3 unsupported (tools), ")
         assert all(cause in last for cause in (causes + too_long).split(", "))
         ended = job()
-        assert "will be error lines" not in ended.out
+        assert "will be error lines" not in ended.out and model in ended.err
     monkeypatch.setattr("flexgen_h2o.jobs.job.WHOLLY_CHECKED_BYTES", 0)
     ended = job("--output other.jsonl")
-    assert "at least 5 of 7 prompts" in ended.out or "at least 6 of 7 prompts" in ended.out
+    assert "at least 5 of 9 prompts" in ended.out or "at least 6 of 9 prompts" in ended.out
+
+
+def test_every_cause_is_named_before_a_night(job: Door, tmp_path: Path) -> None:
+    """A job names as many as fit into a line, and --dry-run all of them."""
+    fields = [f"{letter}{'y' * 30}" for letter in "abcdefghijklmnopqrst"]
+    url = "/v1/completions"
+    bad = [{"custom_id": name, "url": url, "body": {"prompt": [5], name: 1}} for name in fields]
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6], "max_tokens": 1}, *bad)
+    ended = job("--dry-run")
+    assert ended.code == 0 and all(f"1 unsupported ({name})" in ended.err for name in fields)
+    ended = job()
+    assert "with other causes (--dry-run names each)" in ended.out, ended.err
+    assert ended.out.count("unsupported (") >= 20, "most are named"
+    lines(tmp_path / "in.jsonl", "{")
+    assert "1 of 1 prompt will be an error line: " in job("--output one.jsonl").out
 
 
 def test_when_every_row_fails_the_exit_code_is_4(job: Door, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_lengths_of_requests_and_bad_ones_are_told(
     )
     assert "2 prompts of at most" in said.out and "at most 6 new tokens each" in said.out
     assert "plan, as given:" in said.out and "--percent 0 50 0 100 100 0" in said.out
-    assert "run-batch: 1 of 3 prompts will be error lines: " in said.err
+    assert "run-batch: 1 of 3 prompts will be an error line: " in said.err
     assert "; the first: line 3: prompt" in said.err
     write_jsonl({"prompt": 7}, name="in.jsonl")
     said = command(f"run-batch -i in.jsonl --model {words_model} --dry-run")

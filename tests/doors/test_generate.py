@@ -164,7 +164,7 @@ def test_thinking_is_switched_off_for_every_chat(
     assert run(*job, "--no-thinking").code == EXIT_DONE
     assert answers_of(tmp_path / "out.jsonl") == [off, on]
     mixed = run(*job)
-    assert mixed.code == EXIT_USAGE and "--chat-template-kwargs enable_thinking was" in mixed.err
+    assert mixed.code == EXIT_USAGE and "--no-thinking was given and is not given" in mixed.err
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_scores_that_were_not_asked_for(reference: ByShape, tmp_path: Path) -> N
         ({"score": [1.5]}, "score: 1.5 is not a whole number"),
         ({"score": "text"}, "score: 'text'"),
         ({"score": [3], "prompt_logprobs": 1}, "prompt_logprobs: "),
-        ({"score": [3], "score_mode": "fast"}, "score_mode: 'fast' is not one of decode, prefill"),
+        ({"score": [3], "score_mode": "fast"}, 'score_mode: "fast" is not one of decode, prefill'),
     ],
 )
 def test_bad_parameters(values: dict[str, Any], said: str) -> None:

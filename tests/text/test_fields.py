@@ -24,6 +24,7 @@ from flexgen_h2o.engine.prompts import write_outputs
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.jobs.requests import (
     FIELDS,
+    HAS_REMEDY,
     ONLY,
     TEMPLATE_FIELDS,
     URLS,
@@ -163,6 +164,14 @@ OTHER_NAMES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ),
     ({"parameters": {"max_new_tokens": 3, "until": ["x"]}}, {"max_tokens": 3, "stop": ["x"]}),
     ({"generation_config": {"use_cache": True, "seed": 7, "num_beams": 1}}, {"seed": 7}),
+    ({"generationConfig": {"maxOutputTokens": 3}}, {"max_tokens": 3}),
+    ({"settings": {"max_tokens": 3}, "samplingParams": {"seed": 7}}, {"max_tokens": 3, "seed": 7}),
+    ({"n_predict": -1, "options": {"num_predict": -1, "seed": 7}}, {"seed": 7}),
+    # A wide table, in which mistyped names are not looked for.
+    (
+        {**{f"column_{i}": i for i in range(256)}, "temprature": 2, "maxTokens": 3},
+        {"max_tokens": 3},
+    ),
     ({"stop_sequences": ["x"], "repeat_penalty": 2}, {"stop": ["x"], "repetition_penalty": 2}),
     ({"do_sample": False, "temperature": 1}, {"temperature": 0.0}),
     ({"do_sample": True, "temperature": 1}, {"temperature": 1}),
@@ -185,9 +194,40 @@ MISTAKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_n_tokens": 3}, "top_n_tokens: give logprobs"),
     ({"do_sample": True}, "do_sample: true needs a temperature above 0"),
     ({"max_new_tokens": 3, "max_tokens": 4}, "another value of max_tokens"),
-    ({"max_new_tokens": "many"}, "max_new_tokens: 'many'"),
+    ({"max_new_tokens": "many"}, 'max_new_tokens: "many"'),
     ({"options": {"num_predict": -3}}, "options.num_predict: -3"),
     ({"max_tok": 3}, "did you mean max_tokens?"),
+    *(
+        ({name: "x"}, f"{name}: is not a field; did you mean {own}?")
+        for own, names in {
+            "stop": "stopp stops sotp stp sstop Stop",
+            "seed": "seeed sead seedd sed",
+            "top_p": "top_pp tpo_p to_p",
+            "top_k": "top_kk",
+            "stop_words": "stop_word",
+        }.items()
+        for name in names.split()
+    ),
+)
+# Columns of data that are one letter or so from a field.
+COLUMNS = (
+    *("step", "stop_name", "seed_id", "label", "top", "top1", "top_n", "tops", "topic", "id"),
+    *("index", "score", "speed", "see", "shop", "tool", "mode", "users", "echo_id", "text_id"),
+)
+# An object without a prompt, and what the message says.
+WITHOUT_PROMPT: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "prompt: is missing; the object has no key"),
+    ({"question": "x", "id": 3}, "found question, id; did you mean text by question?"),
+    ({"promt": "x"}, "did you mean prompt by promt?"),
+    ({"Prompt": "x"}, "did you mean prompt by Prompt?"),
+    ({"id": 3, "mesages": HI}, "found id, mesages; did you mean messages by mesages?"),
+    ({"conversations": HI}, "did you mean messages by conversations?"),
+    ({"prompt": None, "x" * 99: 1}, f"found prompt (null), {'x' * 27}...; give messages, prompt"),
+    ({f"key{i}": i for i in range(9)}, "key5 and 3 more; "),
+    ({**text_line("a", "x"), "body": {"promt": "x"}}, "found promt; did you mean prompt by promt?"),
+    ({**chat_line("a", "x"), "body": {"message": HI}}, "did you mean messages by message?"),
+    ({"custom_id": "a", "url": "/v1/completions", "bdy": {}}, "did you mean body by bdy?"),
+    ({"request": {"promptt": "x"}}, "did you mean prompt by promptt?"),
 )
 
 
@@ -197,6 +237,29 @@ def test_other_names_in_plain_lines(prompt: dict[str, Any], model: Model) -> Non
         assert facts(model, {**prompt, **other}) == facts(model, {**prompt, **own}), other
     for fields, says in MISTAKEN:
         assert says in refused(model, {**prompt, **fields})[1], fields
+    for name in COLUMNS:
+        assert facts(model, {**prompt, name: "x"}) == facts(model, prompt), name
+
+
+def test_a_missing_prompt_says_what_is_there(model: Model) -> None:
+    for line, says in WITHOUT_PROMPT:
+        code, why = refused(model, line)
+        assert code == "invalid_request" and says in why, why
+
+
+def test_values_are_quoted_as_json_and_remedies_have_a_page(model: Model) -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/not-supported.md").read_text()
+    for name in HAS_REMEDY:
+        assert f"`{name}`" in page or name in ("url", "content"), name
+    for body, says in (
+        ({"tools": [TOOL]}, 'tools: [{"type": "function", "function"'),
+        ({"stop": [True]}, "stop: true is not"),
+        ({"seed": {"a": None}}, 'seed: {"a": null} is not'),
+        ({"stream": True}, "only false; see docs/reference/not-supported.md"),
+        ({"min_p": 0.5}, "only 0; see docs/reference/not-supported.md"),
+        ({"length_penalty": "\x1b"}, 'length_penalty: "\\u001b" is not supported, only 1'),
+    ):
+        assert says in refused(model, {"messages": HI, **body})[1]
 
 
 def test_columns_that_nothing_reads_are_counted(model: Model) -> None:

@@ -127,7 +127,7 @@ invalid_request         | prompt: token id 2048 | {"prompt": [5, 2048]}
 unsupported             | prompt: a single     | {"prompt": ["a", "b"]}
 invalid_request         | prompt:              | {"prompt": "\ud800"}
 invalid_request         | request:             | {"request": "x"}
-invalid_request         | echo: 'yes'          | {"request": {"prompt": "a", "echo": "yes"}}
+invalid_request         | echo: "yes"          | {"request": {"prompt": "a", "echo": "yes"}}
 invalid_request         | custom_id: is missing | {"url": "/v1/completions", "body": {}}
 invalid_request         | body:                | {"custom_id": "a", "url": "/v1/completions"}
 unknown_url             | url:                 | {"custom_id": "a", "url": "/v1/x", "body": {}}

@@ -61,11 +61,64 @@ def test_differences_are_named(source: Path) -> None:
         "eviction": {"name": "h2o", "recent": 4},
     }
     assert differences(one, other, source) == [
-        "--percent was [1, 2] and is [1, 3]",
-        "eviction.recent was null and is 4",
+        "--percent was 1 2 and is 1 3",
+        "eviction.recent was not given and is 4",
     ]
     source.write_text("{}\n[]\n")
     assert differences(one, SETTINGS, source) == [f"the input does not begin as {source} did"]
+
+
+FULL: dict[str, Any] = {"name": "full"}
+PLACED: dict[str, Any] = {
+    "gpu_batch_size": 3,
+    "num_gpu_batches": 1,
+    "percent": [100, 0, 100, 0, 100, 0],
+}
+AUTO = dict.fromkeys(PLACED, "auto")
+WHOLE: dict[str, Any] = {"compress_cache": False, "cache_bits": 4, "cache_rotation": False}
+PACKED: dict[str, Any] = {**WHOLE, "compress_cache": True, "cache_window": 16}
+UNPACKED: dict[str, Any] = {"compress_weight": False, "weight_bits": 4}
+WEIGHTS = "--weight-bits was not given and is 4"
+H2O: dict[str, Any] = {"name": "h2o", "while_decoding": True}
+SIZED: dict[str, Any] = {**H2O, "kv_bytes": 0.2, "protect": 4}
+MIXED: dict[str, Any] = {**PACKED, "cache_bits": "4/3", "cache_window": 32}
+
+
+def tenth(share: float, **more: Any) -> dict[str, Any]:
+    return {**H2O, "heavy_ratio": share, "recent_ratio": share, **more}
+
+
+# Settings before and after, as (policy, eviction), and what is named.
+TYPED: tuple[tuple[Any, Any, Any, Any, str], ...] = (
+    (WHOLE, FULL, PACKED, FULL, "--cache-bits was 16 and is 4"),
+    (PACKED, FULL, WHOLE, FULL, "--cache-bits was 4 and is 16"),
+    (PACKED, FULL, {**PACKED, "cache_window": 8}, FULL, "--cache-window was 16 and is 8"),
+    (UNPACKED, FULL, {**UNPACKED, "compress_weight": True}, FULL, WEIGHTS),
+    (WHOLE, FULL, WHOLE, tenth(0.1), "--eviction was full and is h2o (of --hh-ratio 0.1)"),
+    (WHOLE, tenth(0.1), WHOLE, tenth(0.2), "--hh-ratio was 0.1 and is 0.2"),
+    (WHOLE, FULL, MIXED, SIZED, "--kv-bytes was not given and is 20%"),
+    (MIXED, SIZED, WHOLE, FULL, "--kv-bytes was 20% and is not given"),
+    (MIXED, SIZED, PACKED, SIZED, "--cache-bits was 4/3 (of --kv-bytes 20%) and is 4"),
+    (MIXED, SIZED, PACKED, {**SIZED, "kv_bytes": 0.3}, "--kv-bytes was 20% and is 30%"),
+    (MIXED, {**H2O, "kv_bytes": 0.2}, WHOLE, tenth(0.1), "--kv-bytes was 20% and is not given"),
+    (AUTO, FULL, PLACED, FULL, "--gpu-batch-size was auto and is 3"),
+    (PLACED, FULL, AUTO, FULL, "--gpu-batch-size was 3 and is auto"),
+)
+
+
+def test_differences_are_named_by_the_flags_that_are_typed(source: Path) -> None:
+    """What follows from one flag is not named beside it, and something always is."""
+    for policy, eviction, policy_now, eviction_now, says in TYPED:
+        one = replace(sidecar_of(source), settings={"policy": policy, "eviction": eviction})
+        now = {"policy": policy_now, "eviction": eviction_now}
+        found = differences(one, now, source)
+        assert found == [says], says
+    settings = ({"texts": {"chat": False}}, {"template": {"enable_thinking": False}})
+    one = replace(sidecar_of(source), settings=settings[0])
+    assert differences(one, settings[1], source) == [
+        "--chat was --no-chat and is not given",
+        "--no-thinking was not given and is given",
+    ]
 
 
 def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Path) -> None:
@@ -80,7 +133,7 @@ def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Pat
 
     assert found("uniform") == []
     assert found("pyramid") == [
-        'eviction.layer_schedule was "pyramid", which this version does not have'
+        "eviction.layer_schedule was pyramid, which this version does not have"
     ]
 
 
