@@ -43,7 +43,8 @@ def memory_limits() -> list[MemoryLimit]:
     found = []
     for folder in _groups("", "memory"):
         limits = (_number(folder / name) for name in ("memory.max", "memory.high"))
-        used = _used(folder, "memory.current", "inactive_file")
+        cached = ("inactive_file", "active_file", "file_mapped")
+        used = _used(folder, "memory.current", *cached)
         found += [MemoryLimit(limit, used) for limit in limits if limit is not None]
     for i, folder in enumerate(_groups("memory", "memory")):
         # Without hierarchy, a group of version 1 does not limit the groups below it.
@@ -52,7 +53,8 @@ def memory_limits() -> list[MemoryLimit]:
         # It includes groups above, also those that this process cannot see.
         above = _stat(folder).get("hierarchical_memory_limit")
         own = _number(folder / "memory.limit_in_bytes")
-        used = _used(folder, "memory.usage_in_bytes", "total_inactive_file")
+        cached = ("total_inactive_file", "total_active_file", "total_mapped_file")
+        used = _used(folder, "memory.usage_in_bytes", *cached)
         found += [MemoryLimit(limit, used) for limit in (own, above) if limit is not None]
     return [limit for limit in found if limit.nbytes < UNLIMITED]
 
@@ -151,9 +153,14 @@ def _below(group: str, root: str) -> list[str]:
     return [] if ".." in names else names
 
 
-def _used(folder: Path, name: str, cached: str) -> int:
-    """Return the bytes that a group holds, without clean page cache."""
-    return max(0, (_number(folder / name) or 0) - _stat(folder).get(cached, 0))
+def _used(folder: Path, name: str, inactive: str, active: str, mapped: str) -> int:
+    """Return the bytes that a group holds, without page cache.
+
+    Files that processes have mapped, such as their libraries, count: they are needed again at once.
+    """
+    stat = _stat(folder)
+    cached = max(0, stat.get(inactive, 0) + stat.get(active, 0) - stat.get(mapped, 0))
+    return max(0, (_number(folder / name) or 0) - cached)
 
 
 def _stat(folder: Path) -> dict[str, int]:

@@ -225,10 +225,15 @@ def test_page_cache_of_a_group_is_there_to_be_had(
 ) -> None:
     tree.mount(*((V2, "cg") if version == 2 else (V1, "cg", "/", "memory")))
     names = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
-    field = {1: "total_inactive_file", 2: "inactive_file"}[version]
+    fields = {
+        1: ("total_inactive_file", "total_active_file", "total_mapped_file"),
+        2: ("inactive_file", "active_file", "file_mapped"),
+    }[version]
+    sizes = (cached * GIB, 3 * GIB, 3 * GIB)  # libraries that are mapped are needed again
     tree.write(f"cg/memory.{names[0]}", 40 * GIB)
     tree.write(f"cg/memory.{names[1]}", usage * GIB)
-    tree.write("cg/memory.stat", f"anon 7\n{field} {cached * GIB}")
+    lines = (f"{name} {size}" for name, size in zip(fields, sizes, strict=True))
+    tree.write("cg/memory.stat", "anon 7\n" + "\n".join(lines))
     tree.enter(monkeypatch, "4:memory:/\n0::/")
     assert free_host_bytes() == free * GIB
 
