@@ -85,7 +85,7 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
                 )
             if not raw.endswith(b"\n"):
                 check_complete(path, place)
-            what = kind_of(path, raw[:HEAD_BYTES]) if number == 1 else None
+            what = kind_of(path, raw[:HEAD_BYTES], "prompt") if number == 1 else None
             if what is not None:
                 raise UsageError(f"{flag} {path}: {what}")
             try:

@@ -103,7 +103,7 @@ FILE_FIELDS: Fields = {
 BATCH_FIELDS: Fields = {
     "id": _is_id(BATCH_ID),
     "object": lambda value: value == "batch",
-    "endpoint": lambda value: value in URLS,
+    "endpoint": lambda value: value in tuple(URLS),  # it may be a list, which has no hash
     "errors": _or_null(_are_errors),
     "input_file_id": _is_id(FILE_ID),
     "completion_window": _is_text,

@@ -244,6 +244,7 @@ ODD = {
     "batches": [
         ("status", None),
         ("endpoint", "/v1/embeddings"),
+        ("endpoint", ["/v1/completions"]),
         ("status", "paused"),
         ("request_counts", None),
         ("metadata", None),
